@@ -48,9 +48,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toy_tasks import Problem, make_task
 from toy_tasks.policy import tiny_policy
 from toy_tasks.report import wilson
-from toy_tasks.runs import Stop, parse_arguments, run_all, show
+from toy_tasks.runs import Stop, need, parse_arguments, run_all, show, story_of, with_switches
 
 # ---- 1. Configuration (the comment of a field is its --help) -------------------------------------
+
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass
@@ -85,40 +89,32 @@ class Config:
 
     def check(self):
         """Raise a one-line ValueError when a value cannot work."""
-        for name, least in {
-            "steps": 0, "problems_per_step": 1, "group_size": 2, "warmup": 0, "minibatches": 1,
-            "microbatch_tokens": 1, "eval_every": 0, "validation_problems": 1, "test_problems": 1,
-        }.items():  # fmt: skip
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} = {getattr(self, name)}; allowed: at least {least}")
+        v = vars(self)
+        for name in ("group_size", "problems_per_step", "minibatches", "microbatch_tokens"):
+            need(v[name] >= 1 + (name == "group_size"), name, v[name], "a group needs 2, others 1")
+        for name in ("steps", "warmup", "eval_every", "validation_problems", "test_problems"):
+            need(v[name] >= 0, name, v[name], "0 and more")
         for name in ("temperature", "learning_rate", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)}; allowed: a positive number")
-        if not 0 < self.clip_low < 1 < self.clip_high:
-            raise ValueError(
-                f"clip_low = {self.clip_low}, clip_high = {self.clip_high}; "
-                "allowed: 0 < clip_low < 1 < clip_high"
-            )
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {self.max_new_tokens}; allowed: at least 1")
-        if self.minibatches > self.problems_per_step:
-            raise ValueError(
-                f"minibatches = {self.minibatches} of whole groups, but problems_per_step = "
-                f"{self.problems_per_step}; allowed: minibatches <= problems_per_step"
-            )
-        for name, allowed in {
-            "objective": OBJECTIVES, "credit": CREDITS,
-            "device": ("auto", "cpu", "cuda", "mps"), "dtype": ("auto", "float32", "bfloat16"),
-        }.items():  # fmt: skip
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} = {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
-        credit = credit_of(self)
-        if credit.references > self.group_size:
-            raise ValueError(
-                f"references = {credit.references}; allowed: at most group_size = {self.group_size}"
-            )
-        if credit.reference_from == "other_problem" and self.problems_per_step < 2:
-            raise ValueError("problems_per_step = 1; allowed: at least 2, to shuffle references")
+            need(0 < v[name] < math.inf, name, v[name], "a positive number")
+        need(0 < self.clip_low < 1, "clip_low", self.clip_low, "between 0 and 1")
+        need(1 < self.clip_high < math.inf, "clip_high", self.clip_high, "more than 1")
+        limit = self.max_new_tokens
+        need(limit is None or limit >= 1, "max_new_tokens", limit, "1 and more")
+        groups = self.problems_per_step
+        need(
+            self.minibatches <= groups,
+            "minibatches",
+            self.minibatches,
+            f"whole groups: 1 to {groups}",
+        )
+        need(self.objective in OBJECTIVES, "objective", self.objective, ", ".join(OBJECTIVES))
+        need(self.credit in CREDITS, "credit", self.credit, ", ".join(CREDITS))
+        need(self.device in DEVICES, "device", self.device, ", ".join(DEVICES))
+        need(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
+        k = credit_of(self).references
+        need(k <= self.group_size, "references", k, f"at most group_size = {self.group_size}")
+        shuffled = credit_of(self).reference_from == "other_problem"
+        need(groups > shuffled, "problems_per_step", groups, "at least 2, to shuffle references")
 
 
 # ---- 2. What is passed around --------------------------------------------------------------------
@@ -249,24 +245,19 @@ class Credit:
     max_edit_fraction: float = 0.5  # a counterfactual that changes more is a rewrite: no mask
 
     def __post_init__(self):
-        allowed = {
-            "counterfactuals": ("none", "revisions", "siblings", "both"),
-            "reference_from": ("sibling", "other_problem", "resample"),
-            "revision_rows": ("none", "plain"),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name} = {getattr(self, name)!r}; allowed: {', '.join(values)}")
-        cap = self.revised_failures_per_group
-        if cap != "all" and not (isinstance(cap, int) and cap >= 0):
-            raise ValueError(f"revised_failures_per_group = {cap!r}; allowed: all, or 0 and more")
-        if self.references < 0 or (self.references == 0) != (cap == 0):
-            raise ValueError(
-                f"references = {self.references} with revised_failures_per_group = {cap}; allowed: "
-                "both 0 (no revisions) or both at least 1"
-            )
-        if not 0 <= self.max_edit_fraction <= 1:
-            raise ValueError(f"max_edit_fraction = {self.max_edit_fraction}; allowed: 0 to 1")
+        for name, allowed in (
+            ("counterfactuals", ("none", "revisions", "siblings", "both")),
+            ("reference_from", ("sibling", "other_problem", "resample")),
+            ("revision_rows", ("none", "plain")),
+        ):
+            need(getattr(self, name) in allowed, name, getattr(self, name), ", ".join(allowed))
+        cap, k = self.revised_failures_per_group, self.references
+        need(cap == "all" or cap >= 0, "revised_failures_per_group", cap, "all, or 0 and more")
+        need(
+            (k > 0) == (cap != 0), "references", k, f"0 exactly when no failure is revised ({cap})"
+        )
+        share = self.max_edit_fraction
+        need(0 <= share <= 1, "max_edit_fraction", share, "0 to 1")
 
     def __call__(self, group):
         """Rows with one advantage per token, and counts for the metrics. Pure."""
@@ -297,25 +288,7 @@ def credit_of(config):
     >>> credit_of(Config(credit="ibpo", switches="references=2,mask_solved=true")).references
     2
     """
-    changes = {}
-    names = [f.name for f in dataclasses.fields(Credit)]
-    for item in filter(None, config.switches.split(",")):
-        name, _, value = (part.strip() for part in item.partition("="))
-        if name not in names:
-            raise ValueError(f"unknown switch {name!r}; allowed: {', '.join(names)}")
-        default = getattr(Credit(), name)
-        try:
-            if isinstance(default, bool):
-                changes[name] = {"true": True, "false": False}[value.lower()]
-            elif isinstance(default, str) or value == "all":
-                changes[name] = value
-            else:
-                changes[name] = type(default)(value)
-        except (KeyError, ValueError):
-            raise ValueError(
-                f"switch {name} = {value!r}; allowed: a value like {default!r}"
-            ) from None
-    return dataclasses.replace(CREDITS[config.credit], **changes)
+    return with_switches(CREDITS[config.credit], config.switches)
 
 
 def closest(trajectory, others):
@@ -899,27 +872,6 @@ def step_metrics(groups, counts, live):
     }
 
 
-def story_of(policy, groups, credited):
-    """A failed attempt and its repair with the credit of each token, for people; None if none."""
-    for group, rows in zip(groups, credited, strict=True):
-        for i, revision in repairs_of(group).items():
-            repair = revision.trajectory
-            of_repair = next((row for row in rows if row.token_ids is repair.token_ids), None)
-            if not any(rows[i].advantages) or of_repair is None:
-                continue
-            attempt, repaired = (
-                ([policy.tokenizer.decode([t]) for t in row.token_ids], row.advantages)
-                for row in (rows[i], of_repair)
-            )
-            return {
-                "problem": group.problem.prompt,
-                "attempt": attempt,
-                "reference": revision.reference,
-                "repair": repaired,
-            }
-    return None
-
-
 def train(config, stop, label):
     """One run: metrics.jsonl and final/ in config.output_dir; returns the summary."""
     started, folder = time.perf_counter(), Path(config.output_dir)
@@ -951,7 +903,7 @@ def train(config, stop, label):
             if stop.asked:
                 break
             row, groups, credited = train_step(policy, optimizer, task, credit, config, step)
-            story = story or story_of(policy, groups, credited)
+            story = story or story_of(groups, credited, repairs_of, policy.tokenizer.decode)
             record(row)
             accuracy = row.get("validation/sampled", accuracy)
             bar.set_postfix(reward=f"{row['reward/mean']:.2f}", accuracy=f"{accuracy:.2f}")

@@ -71,6 +71,7 @@ class Task:
     name = ""
     difficulty = 1
     difficulties = range(1, 2)
+    mix = range(0)  # the difficulties that one warm-started policy serves
     instruction = ""  # how the task is put to a pretrained model
     demonstrated = (
         True  # False for a task without a student: it can be trained on, not warm-started

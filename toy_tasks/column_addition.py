@@ -58,6 +58,7 @@ class ColumnAddition(Task):
 
     difficulty = 5
     difficulties = range(2, 13)
+    mix = range(2, 7)
     # For each of them a line like "9+9+1=19", a digit of the sum, and air.
     max_tokens = property(lambda self: 12 * self.difficulty)
     instruction = (

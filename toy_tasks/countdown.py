@@ -88,6 +88,7 @@ class Countdown(Task):
 
     difficulty = 4
     difficulties = range(3, 7)
+    mix = range(3, 5)
     # For each of them a line like "75+24=99", its part of the expression, and air.
     max_tokens = property(lambda self: 16 * self.difficulty)
     instruction = (

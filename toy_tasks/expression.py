@@ -114,6 +114,7 @@ class Expression(Task):
 
     difficulty = 5
     difficulties = range(2, 9)
+    mix = range(2, 7)
     max_tokens = property(lambda self: 3 * self.difficulty**2 + 8)  # lines get shorter and shorter
     instruction = (
         "Do one operation at a time. On each line write = and the expression that is left, like "

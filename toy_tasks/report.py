@@ -31,6 +31,7 @@ STYLES = {
     "resample": ("#8C6D1F", "-.", "P"),
     "shuffled": ("#7A3B8F", ":", "X"),
 }
+AXES = {"steps": "update steps", "tokens": "tokens sampled for training, attempts + revisions"}
 END_TOKENS = {"<end>", "<|im_end|>", "<|endoftext|>"}
 END, LINE_BREAK = "∎", "↵"
 # Backgrounds of the 256-colour cube, pale to strong; black text is readable on all of them.
@@ -124,34 +125,70 @@ def learning_curves(runs, path, title):
     figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
     figure.suptitle(title, parse_math=False, fontsize="x-large")
     axes = figure.subplots(1, 2, sharey=True)
-    credits = list(dict.fromkeys(run["credit"] for run in runs))
     for axis, against in zip(axes, ("steps", "tokens"), strict=True):
         if len(runs) == 1:  # drawn first, behind the accuracy
             reward = curve_points(runs[0]["rows"], against, "reward/mean")
             label = "training reward, mean of each step"
             axis.plot(*_xy(reward), color="#AAAAAA", linewidth=0.9, label=label)
-        for index, credit in enumerate(credits):
-            curves = [curve_points(r["rows"], against) for r in runs if r["credit"] == credit]
-            color, line, marker = STYLES.get(credit, (f"C{index}", (0, (5, 1, 1, 1)), "*"))
-            look = {"color": color, "linestyle": line}
-            for curve in curves if len(curves) > 1 else []:
-                axis.plot(*_xy(curve), **look, linewidth=0.8, alpha=0.4)
-            mean = _mean_curve(curves, against)
-            look |= {"marker": marker, "markevery": max(1, len(mean) // 10), "linewidth": 2.2}
-            label = f"{credit} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
-            axis.plot(*_xy(mean), **look, label=label)
-        axis.set_ylim(-0.02, 1.02)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        for line, seeds in _draw_accuracy(axis, runs, against).values():
+            line.set_label(f"{line.get_label()} ({seeds} seed{'s' if seeds > 1 else ''})")
     share = "accuracy on validation problems\n(share of sampled answers that are right)"
-    axes[0].set(title="by training step", xlabel="update steps", ylabel=share)
-    cost = "tokens sampled for training, attempts + revisions"
-    axes[1].set(title="by cost in sampled tokens", xlabel=cost)
-    axes[1].xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes[0].set(title="by training step", xlabel=AXES["steps"], ylabel=share)
+    axes[1].set(title="by cost in sampled tokens", xlabel=AXES["tokens"])
     if handles := axes[0].get_legend_handles_labels()[0]:
-        note = "thin: one seed, thick: mean over seeds" if len(runs) > len(credits) else ""
-        where = {"loc": "outside lower center", "ncols": min(4, len(handles))}
-        figure.legend(handles=handles, title=note, frameon=False, handlelength=4, **where)
+        several = len(runs) > len({run["credit"] for run in runs})
+        note = "thin: one seed, thick: mean over seeds" if several else ""
+        _add_legend(figure, handles, note)
+    _save(figure, path)
+
+
+def overview(panels, path, against):
+    """Write a PNG with a panel of curves for each setting, two in a row.
+
+    panels: title -> runs as `learning_curves` takes them; against: "steps" or "tokens".
+    """
+    lines = -(-len(panels) // 2)
+    figure = Figure(figsize=(11, 0.8 + 3.8 * lines), dpi=120, layout="constrained")
+    axes, handles = figure.subplots(lines, 2, sharey=True, squeeze=False), {}
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (title, runs) in zip(axes.flat, panels.items(), strict=False):
+        for credit, (line, _) in _draw_accuracy(axis, runs, against).items():
+            handles.setdefault(credit, line)
+        axis.set_title(title, parse_math=False)
+    figure.supxlabel(AXES[against], fontsize="medium")
+    figure.supylabel("validation accuracy, sampled", fontsize="medium")
+    if handles:
+        _add_legend(figure, list(handles.values()), "thin: one seed, thick: mean over seeds")
+    _save(figure, path)
+
+
+def _draw_accuracy(axis, runs, against):
+    """Draw the curves of `runs`: credit -> (its thick line, number of seeds)."""
+    drawn = {}
+    for index, credit in enumerate(dict.fromkeys(run["credit"] for run in runs)):
+        curves = [curve_points(run["rows"], against) for run in runs if run["credit"] == credit]
+        color, line, marker = STYLES.get(credit, (f"C{index}", (0, (5, 1, 1, 1)), "*"))
+        look = {"color": color, "linestyle": line}
+        for curve in curves if len(curves) > 1 else []:
+            axis.plot(*_xy(curve), **look, linewidth=0.8, alpha=0.4)
+        mean = _mean_curve(curves, against)
+        look |= {"marker": marker, "markevery": max(1, len(mean) // 10), "linewidth": 2.2}
+        drawn[credit] = axis.plot(*_xy(mean), **look, label=credit)[0], len(curves)
+    axis.set_ylim(-0.02, 1.02)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    if against == "tokens":
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return drawn
+
+
+def _add_legend(figure, handles, title):
+    where = {"loc": "outside lower center", "ncols": min(4, len(handles))}
+    figure.legend(handles=handles, title=title, frameon=False, handlelength=4, **where)
+
+
+def _save(figure, path):
     unfinished = Path(f"{path}.{os.getpid()}.tmp")
     try:
         figure.savefig(unfinished, format="png")

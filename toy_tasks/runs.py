@@ -28,6 +28,34 @@ class Stop:
         print("\nstopping after this step (again: at once, without saving)", file=sys.stderr)
 
 
+def need(ok, name, value, allowed):
+    """Raise the one-line ValueError of a wrong value unless `ok`.
+
+    >>> need(False, "steps", -1, "0 and more")
+    Traceback (most recent call last):
+    ValueError: steps = -1; allowed: 0 and more
+    """
+    if not ok:
+        raise ValueError(f"{name} = {value!r}; allowed: {allowed}")
+
+
+def with_switches(preset, text):
+    """A copy of the dataclass `preset` with fields changed as in "name=value,name=value"."""
+    changes, names = {}, [field.name for field in dataclasses.fields(preset)]
+    for item in filter(None, text.split(",")):
+        name, _, value = (part.strip() for part in item.partition("="))
+        need(name in names, "switch", name, ", ".join(names))
+        kind = type(getattr(preset, name))
+        if kind is bool:
+            need(value in ("true", "false"), name, value, "true, false")
+            changes[name] = value == "true"
+        else:  # numbers as numbers, so that a cap may be "all" or 2
+            number = re.fullmatch(r"-?\d+(\.\d+)?", value)
+            need(number or kind is not float, name, value, "a number")
+            changes[name] = (float(value) if number[1] else int(value)) if number else value
+    return dataclasses.replace(preset, **changes)
+
+
 def write_json(path, value):
     """Write a small JSON file in one step."""
     part = path.with_suffix(".part")
@@ -133,6 +161,29 @@ def draw(summaries, folder):
     first = summaries[0]
     title = f"{first['task']}, difficulty {first['difficulty']}: accuracy on validation problems"
     learning_curves(curves, folder / "curves.png", title)
+
+
+def story_of(groups, credited, repairs_of, decode):
+    """The first failed attempt that has credit and a repair, as `show` prints it; None if none.
+
+    credited: the rows of each group, those of its trajectories first, in order.
+    """
+    for group, rows in zip(groups, credited, strict=True):
+        for i, revision in repairs_of(group).items():
+            ids = revision.trajectory.token_ids
+            repair = next((row for row in rows if row.token_ids is ids), None)
+            if repair and any(rows[i].advantages):
+                attempt, repaired = (
+                    ([decode([token]) for token in row.token_ids], row.advantages)
+                    for row in (rows[i], repair)
+                )
+                return {
+                    "problem": group.problem.prompt,
+                    "attempt": attempt,
+                    "reference": revision.reference,
+                    "repair": repaired,
+                }
+    return None
 
 
 def show(summaries, folder):

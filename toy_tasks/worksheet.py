@@ -49,6 +49,7 @@ class Worksheet(Task):
 
     difficulty = 4
     difficulties = range(2, 11)
+    mix = range(2, 6)
     # For each of them a line like "47+85=132", its "132" again, and air.
     max_tokens = property(lambda self: 16 * self.difficulty)
     instruction = (
