@@ -6,18 +6,18 @@ shown next to a sibling and corrected, and what the correction changed is where 
 
 For a prompt x, pi_old samples G trajectories y_1..y_G with terminal rewards R_i in [0, 1]:
 
-    (1) compare and correct  yhat_ik ~ pi_old(. | x, y_i, y_ref)       for failures y_i     [paper]
+    (1) compare and correct  yhat_ik ~ pi_old(. | x, y_i, y_ref)       for failures y_i  [abstract]
     (2) repair score         phi_i = mean_k 1[yhat_ik solved], 0 on solved y_i          [secondary]
     (3) shaped reward        R'_i = R_i + b phi_i                                       [secondary]
     (4) group advantage      A_i = (R'_i - mean R') / (std R' + 1e-4), ddof 1           [secondary]
-    (5) token credit         A_it = A_i 1[t was changed by the correction]                  [paper]
+    (5) token credit         A_it = A_i 1[t was changed by the correction]               [abstract]
     (6) a second row         (x, yhat_i), credited on what it changed, joins the group       [ours]
     (7) update               clipped policy gradient; one global count divides every token   [ours]
 
-[paper]: the authors' abstract; [secondary]: a public reading note of the paper; [ours]: left open
-by both. The README says more. Where this file departs from what is published:
+[abstract]: the authors' abstract or a co-author's page; [secondary]: a public reading note of the
+paper; [ours]: left open by both. The README says more. Where this file departs from the paper:
 
-  1. The full text is not public to us. `Credit` holds each open point as a named switch.
+  1. It was written without the full text. `Credit` holds each open point as a named switch.
   2. The policy never sees the right answer, and is not told whether the reference is right.
   3. Repairs become rows under the PLAIN prompt (6). They were sampled under the compare prompt: an
      implicit behaviour policy, equal to pi_old up to the first edit and off-policy after it. The
@@ -63,7 +63,7 @@ class Config:
 
     task: str = "carry_chain"  # which toy task
     difficulty: int | None = None  # its size; default: the task's own
-    model: str = "tiny"  # tiny, or the name or folder of a Hugging Face causal language model
+    model: str = "tiny"  # tiny, or a Hugging Face causal language model: name, folder or .gguf file
     credit: str = "ibpo"  # a preset of CREDITS
     switches: str = ""  # changes to the preset, e.g. "references=3,mask_solved=true"
     objective: str = "dapo"  # a name in OBJECTIVES
@@ -73,8 +73,8 @@ class Config:
     group_size: int = 8  # G, attempts at each problem
     temperature: float = 1.0  # of sampling; log-probabilities are divided by the same
     max_new_tokens: int | None = None  # length limit of a completion; default: the task's own
-    learning_rate: float = 1e-4  # of AdamW, constant after `warmup` updates
-    warmup: int = 5  # updates over which the learning rate rises
+    learning_rate: float = 1e-4  # of AdamW, constant after `warmup` steps
+    warmup: int = 3  # steps over which the learning rate rises
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
     minibatches: int = 2  # updates a rollout; each holds whole groups
     microbatch_tokens: int = 4096  # tokens in one forward and backward pass; changes no gradient
@@ -82,38 +82,35 @@ class Config:
     clip_high: float = 1.28  # the ratio's upper clip (objective dapo)
     eval_every: int = 5  # steps between validations; 0: none
     validation_problems: int = 128  # problems of a validation
-    test_problems: int = 512  # problems of the final test
-    output_dir: str = ""  # default: runs/TASK-CREDIT-seedSEED (runs/TASK-compare with --compare)
+    test_problems: int = 512  # problems of the test before and after; 0: none
+    output_dir: str = ""  # default: runs/TASK-CREDIT-seedSEED, or runs/TASK-compare
     device: str = "auto"  # auto, cpu, cuda or mps
     dtype: str = "auto"  # auto (bfloat16 on a GPU, float32 else), float32 or bfloat16
 
     def check(self):
         """Raise a one-line ValueError when a value cannot work."""
-        v = vars(self)
-        for name in ("group_size", "problems_per_step", "minibatches", "microbatch_tokens"):
-            need(v[name] >= 1 + (name == "group_size"), name, v[name], "a group needs 2, others 1")
-        for name in ("steps", "warmup", "eval_every", "validation_problems", "test_problems"):
-            need(v[name] >= 0, name, v[name], "0 and more")
+        v, groups = vars(self), self.problems_per_step
+        least = dict(
+            group_size=2, problems_per_step=1, minibatches=1, microbatch_tokens=1, steps=0,
+            warmup=0, eval_every=0, validation_problems=1, test_problems=0,
+        )  # fmt: skip
+        for name, low in least.items():
+            need(v[name] >= low, name, v[name], f"{low} and more")
         for name in ("temperature", "learning_rate", "max_grad_norm"):
             need(0 < v[name] < math.inf, name, v[name], "a positive number")
         need(0 < self.clip_low < 1, "clip_low", self.clip_low, "between 0 and 1")
         need(1 < self.clip_high < math.inf, "clip_high", self.clip_high, "more than 1")
         limit = self.max_new_tokens
         need(limit is None or limit >= 1, "max_new_tokens", limit, "1 and more")
-        groups = self.problems_per_step
-        need(
-            self.minibatches <= groups,
-            "minibatches",
-            self.minibatches,
-            f"whole groups: 1 to {groups}",
-        )
-        need(self.objective in OBJECTIVES, "objective", self.objective, ", ".join(OBJECTIVES))
-        need(self.credit in CREDITS, "credit", self.credit, ", ".join(CREDITS))
-        need(self.device in DEVICES, "device", self.device, ", ".join(DEVICES))
-        need(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
-        k = credit_of(self).references
-        need(k <= self.group_size, "references", k, f"at most group_size = {self.group_size}")
-        shuffled = credit_of(self).reference_from == "other_problem"
+        deal = f"at most problems_per_step = {groups}, to deal out whole groups"
+        need(self.minibatches <= groups, "minibatches", self.minibatches, deal)
+        choices = dict(objective=OBJECTIVES, credit=CREDITS, device=DEVICES, dtype=DTYPES)
+        for name, allowed in choices.items():
+            need(v[name] in allowed, name, v[name], ", ".join(allowed))
+        credit = credit_of(self)
+        most = f"at most group_size = {self.group_size}"
+        need(credit.references <= self.group_size, "references", credit.references, most)
+        shuffled = credit.reference_from == "other_problem"
         need(groups > shuffled, "problems_per_step", groups, "at least 2, to shuffle references")
 
 
@@ -237,7 +234,7 @@ class Credit:
     reference_from: str = "sibling"  # sibling, other_problem, or resample (a fresh sample instead)
     repair_bonus: float = 0.0  # b of (3); 0.3 = 0.6 x 0.5 is one reading of the note [secondary]
     clamp_failed: bool = False  # a failure never gets positive credit
-    mask_failed: bool = False  # (5): only the changed tokens of a failure are credited [paper]
+    mask_failed: bool = False  # (5): only the changed tokens of a failure are credited [abstract]
     mask_solved: bool = False  # solved texts too, where they differ from their closest failure
     revision_rows: str = "none"  # none, or plain: (6), the closest repair of each revised failure
     uniform_rows: bool = False  # credit all tokens of such a row, not only the changed ones
@@ -252,7 +249,8 @@ class Credit:
         ):
             need(getattr(self, name) in allowed, name, getattr(self, name), ", ".join(allowed))
         cap, k = self.revised_failures_per_group, self.references
-        need(cap == "all" or cap >= 0, "revised_failures_per_group", cap, "all, or 0 and more")
+        number = isinstance(cap, int) and cap >= 0
+        need(cap == "all" or number, "revised_failures_per_group", cap, "all, or 0 and more")
         need(
             (k > 0) == (cap != 0), "references", k, f"0 exactly when no failure is revised ({cap})"
         )
@@ -425,6 +423,9 @@ class Policy:
                 name, extra = str(path.parent), {"gguf_file": path.name}
             self.tokenizer = AutoTokenizer.from_pretrained(name, **extra)
             self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **extra)
+            if extra:  # a .gguf file is dequantized as it is read; without its mark it can be saved
+                self.model.hf_quantizer, self.model.config.quantization_config = None, None
+                del self.model.config.quantization_config
         found = "cuda" if torch.cuda.is_available() else "cpu"
         found = "mps" if torch.backends.mps.is_available() else found
         tiny = getattr(self.model.config, "terse_prompts", False)
@@ -573,9 +574,11 @@ def revise(policy, task, groups, credit, config, rng, generator):
             rng.shuffle(failures)
             failures = sorted(failures[: credit.revised_failures_per_group])
         for i in failures:
-            siblings = [y for j, y in enumerate(ys) if j != i]
+            siblings = [y for j, y in enumerate(ys) if j != i and y.reward is not None]
             if credit.reference_from == "other_problem":
                 siblings = [y for other in groups if other is not group for y in other.trajectories]
+            elif credit.reference_from == "resample":
+                siblings = []
             rng.shuffle(siblings)
             siblings.sort(key=lambda y: not y.solved)  # stable: the drawn order within each class
             for y in siblings[: credit.references - 1] or [None]:
@@ -769,7 +772,7 @@ def update(policy, optimizer, groups, config):
         metrics["grad_norm"] += norm.item()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value / len(parts) for name, value in metrics.items()}
+    return {"updates": len(parts)} | {name: value / len(parts) for name, value in metrics.items()}
 
 
 # ---- 7. Evaluation -------------------------------------------------------------------------------
@@ -778,8 +781,10 @@ def update(policy, optimizer, groups, config):
 def evaluate(policy, task, config, split, count):
     """Greedy and sampled accuracy on `count` problems of a split, with 95% Wilson intervals.
 
-    The problems are the same for every seed of a run; so is the generator that samples.
+    Problems and sampling are the same whatever the run's seed. None when `count` is 0.
     """
+    if not count:
+        return None
     result = {"problems": count}
     limit = config.max_new_tokens or task.max_tokens
     problems = [task.problem(0, index, split) for index in range(count)]
@@ -828,9 +833,8 @@ def train_step(policy, optimizer, task, credit, config, step):
     lap("credit")
     live = [rows for rows, count in zip(credited, counts, strict=True) if not count["flat"]]
     for group in optimizer.param_groups:
-        done = step * config.minibatches
-        group["lr"] = config.learning_rate * min(1.0, (done + 1) / max(1, config.warmup))
-    learned = update(policy, optimizer, live, config) if live else {}  # all flat: no weight changes
+        group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup))
+    learned = update(policy, optimizer, live, config)  # every group flat: no weight changes
     lap("update")
     row = {"step": step + 1, **step_metrics(groups, counts, len(live)), **learned, **seconds}
     return row | {"tokens/processed": policy.processed - processed}, groups, credited
@@ -874,11 +878,13 @@ def step_metrics(groups, counts, live):
 
 def train(config, stop, label):
     """One run: metrics.jsonl and final/ in config.output_dir; returns the summary."""
-    started, folder = time.perf_counter(), Path(config.output_dir)
+    folder = Path(config.output_dir)
     task, credit = make_task(config.task, config.difficulty), credit_of(config)
     torch.manual_seed(config.seed)
     policy = Policy(config, task)
     optimizer = torch.optim.AdamW(policy.model.parameters(), config.learning_rate, weight_decay=0.0)
+    stop.listen()
+    started = time.perf_counter()
     before = evaluate(policy, task, config, "test", config.test_problems)
     history, story = [], None
     with open(folder / "metrics.jsonl", "w") as log:
@@ -887,17 +893,14 @@ def train(config, stop, label):
             if config.eval_every and row["step"] % config.eval_every == 0:
                 clock = time.perf_counter()
                 found = evaluate(policy, task, config, "validation", config.validation_problems)
-                row["validation/sampled"], row["validation/greedy"] = (
-                    found["sampled"],
-                    found["greedy"],
-                )
+                row |= {f"validation/{name}": found[name] for name in ("sampled", "greedy")}
                 row["seconds/evaluate"] = time.perf_counter() - clock
             history.append(row)
             log.write(json.dumps(row) + "\n")
             log.flush()
 
         record({"step": 0})
-        accuracy = before["sampled"]
+        accuracy = before["sampled"] if before else 0.0
         bar = tqdm(range(config.steps), label, unit="step")
         for step in bar:
             if stop.asked:
@@ -905,6 +908,8 @@ def train(config, stop, label):
             row, groups, credited = train_step(policy, optimizer, task, credit, config, step)
             story = story or story_of(groups, credited, repairs_of, policy.tokenizer.decode)
             record(row)
+            if not row["updates"]:
+                bar.write(f"step {step + 1}: every group is flat, no weight was changed")
             accuracy = row.get("validation/sampled", accuracy)
             bar.set_postfix(reward=f"{row['reward/mean']:.2f}", accuracy=f"{accuracy:.2f}")
     policy.save(folder / "final")
@@ -942,6 +947,8 @@ def main(arguments=None):
         summaries = run_all(runs, config.output_dir, train, stop)
     except (OSError, ValueError) as error:
         sys.exit(f"ibpo_minimal: {error}")
+    except KeyboardInterrupt:
+        sys.exit("ibpo_minimal: interrupted; the run in progress is not saved")
     show(summaries, config.output_dir)
     sys.exit(130 if stop.asked else 0)
 

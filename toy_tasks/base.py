@@ -72,6 +72,7 @@ class Task:
     difficulty = 1
     difficulties = range(1, 2)
     mix = range(0)  # the difficulties that one warm-started policy serves
+    max_tokens = 256  # length limit of a completion
     instruction = ""  # how the task is put to a pretrained model
     demonstrated = (
         True  # False for a task without a student: it can be trained on, not warm-started
@@ -106,10 +107,11 @@ class Task:
         if split not in SPLITS:
             raise ValueError(f"unknown split {split!r}; allowed: {', '.join(SPLITS)}")
         rng = random.Random(f"{self.name}/{self.difficulty}/{split}/{seed}/{index}")
-        while True:
+        for _ in range(10_000):
             problem = self.draw(rng)
             if zlib.crc32(problem.prompt.encode()) % 8 in SPLITS[split]:
                 return problem
+        raise ValueError(f"{self.name}: too few different problems to have some for {split!r}")
 
     def prompt(self, problem):
         """What the policy is shown for a fresh attempt."""

@@ -1,9 +1,9 @@
 """carry_chain: add up numbers one at a time, in an order of one's own.
 
     47+38+25+19           the prompt
-    25+38=53              a student starts anywhere and goes round, forwards or backwards;
-    +47=90                here the carry of 53+47 was forgotten (it is 100),
-    +19=109               and everything after it inherits the mistake
+    25+38^=63             a student starts anywhere and goes round, forwards or backwards;
+    +47=100               a carry he remembers he marks with ^, here he forgot it (63+47 is 110),
+    +19=119               and everything after it inherits the mistake
 
 The order makes two right solutions look different, so a failed attempt can be corrected by
 comparing but not by copying. The student who demonstrates it forgets a carry 70% of the time.
@@ -30,7 +30,7 @@ def add(a, b, carry=True):
 
 @dataclass(frozen=True)
 class Addition:
-    """One written addition: left + term = total, and where term and total stand in the text."""
+    """One written addition: left + term = total, and where term and =total stand in the text."""
 
     left: int
     term: int
@@ -50,7 +50,7 @@ class CarryChain(Task):
     difficulty = 5
     difficulties = range(2, 13)
     mix = range(2, 10)
-    max_tokens = property(lambda self: 8 * self.difficulty)
+    max_tokens = property(lambda self: 9 * self.difficulty)
     instruction = (
         "Add the numbers one at a time. Write each addition on a line of its own, like 12+34=46 "
         "and then +50=96. The last line ends with the total."
@@ -73,8 +73,9 @@ class CarryChain(Task):
         total, lines = order[0], []
         for term, carry in zip(order[1:], carries, strict=True):
             start = "" if lines else str(total)
+            mark = "^" if carry and total % 10 + term % 10 >= 10 else ""
             total = add(total, term, carry)
-            lines.append(f"{start}+{term}={total}")
+            lines.append(f"{start}+{term}{mark}={total}")
         return "\n".join(lines)
 
     def demonstrate(self, problem, rng, careful=False):
@@ -102,23 +103,24 @@ class CarryChain(Task):
     def parse(self, text):
         """(order, additions): the numbers a chain adds up, in its order, and its additions."""
         order, additions = [], []
-        for m in re.finditer(r"(?:(\d{1,9}) ?)?\+ ?(\d{1,9}) ?= ?(\d{1,9})", text, re.ASCII):
+        for m in re.finditer(r"(?:(\d{1,9}) ?)?\+ ?(\d{1,9}) ?\^? ?(= ?(\d{1,9}))", text, re.ASCII):
             if m[1] and not additions:
                 order.append(int(m[1]))
             elif not additions:
                 continue  # a chain starts with two numbers
             left = int(m[1]) if m[1] else additions[-1].total
-            additions.append(Addition(left, int(m[2]), int(m[3]), m.span(2), m.span(3)))
+            additions.append(Addition(left, int(m[2]), int(m[4]), m.span(2), m.span(3)))
             order.append(int(m[2]))
         return order, additions
 
     def error_spans(self, problem, text):
-        """Where the text is truly wrong, in order: (start, end) of each total that does not follow
-        from its own addition, and of each number that is not the problem's or was used before.
+        """Where the text is truly wrong, in order: (start, end) of each "=total" that does not
+        follow from its own addition (a missing carry mark belongs before the "="), and of each
+        number that is not the problem's or was used before.
 
         >>> task = CarryChain(3)
         >>> task.error_spans(Problem("47+38+25", "110", (47, 38, 25)), "47+38=75\\n+25=100")
-        [(6, 8)]
+        [(5, 8)]
         """
         order, additions = self.parse(text)
         unused, spans = list(problem.data), []

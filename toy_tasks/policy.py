@@ -323,8 +323,9 @@ def operator_rates(task, model, tokenizer, problems=256, seed=0):
             group = texts[8 * n : 8 * n + 8]
             solved = [t for t in group if task.verify(problem, t).reward == 1.0]
             failed = [t for t in group if t not in solved]
-            if solved and len(failed) > 1:
-                chosen.append((problem, failed[0], solved[0], failed[1]))
+            if solved and len(set(failed)) > 1:
+                other = next(text for text in failed if text != failed[0])
+                chosen.append((problem, failed[0], solved[0], other))
     chosen = chosen[:problems]
     elsewhere = [solved for _, _, solved, _ in chosen[1:] + chosen[:1]]
     kinds = {
@@ -379,9 +380,8 @@ def main():
     torch.manual_seed(0)
     model, tokenizer = tiny_policy(task)
     rates = operator_rates(task, model, tokenizer, given.problems)
-    print(
-        f"{task.name}, difficulty {task.difficulty}: failed attempts of {given.problems} problems"
-    )
+    attempts = rates["fresh"][1]
+    print(f"{task.name}, difficulty {task.difficulty}: {attempts} failed attempts")
     print(rates_table(rates))
 
 

@@ -272,6 +272,8 @@ def comparison_table(summaries):
 
 def _accuracies(runs, when):
     cells = []
+    if any(run[f"accuracy_{when}"] is None for run in runs):  # with test_problems 0
+        return ["-", "-"]
     for kind in ("sampled", "greedy"):
         values = [run[f"accuracy_{when}"][kind] for run in runs]
         spread = f"({min(values):.3f} to {max(values):.3f})"

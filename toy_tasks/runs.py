@@ -15,8 +15,10 @@ from .report import comparison_table, learning_curves, read_metrics, repair_stor
 class Stop:
     """Ctrl-C or SIGTERM ends a run after the step in progress (`asked`); a second one at once."""
 
-    def __init__(self):
-        self.asked = False
+    asked = False
+
+    def listen(self):
+        """From here on; before the first step there is nothing to save, and Ctrl-C acts at once."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not inside a host's own
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self.ask)
@@ -101,7 +103,7 @@ def parse_arguments(config_class, description, arguments=None):
     except ValueError:
         parser.error(f"--seeds {seeds!r}; allowed: whole numbers with commas between")
     if not config.output_dir:
-        last = "compare" if compared else config.credit
+        last = "compare" if compared or len(seeds) > 1 else f"{config.credit}-seed{config.seed}"
         config.output_dir = f"runs/{config.task}-{last}"
     return config, credits, seeds
 
@@ -190,7 +192,8 @@ def show(summaries, folder):
     """Print the table, one repair with its credit, and where everything is."""
     if not summaries:
         return
-    print("\n" + comparison_table(summaries))
+    if all(summary["accuracy_after"] for summary in summaries):
+        print("\n" + comparison_table(summaries))
     story = next((s["story"] for s in reversed(summaries) if s["story"]), None)
     if story:
         values = [story[key] for key in ("problem", "attempt", "reference", "repair")]
