@@ -148,6 +148,15 @@ def test_the_picture_is_a_whole_png_and_nothing_else_is_left(tmp_path, runs):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("against", ["steps", "tokens"])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_an_overview_is_whole_with_any_number_of_panels_also_empty_ones(tmp_path, against, count):
+    runs = [{"credit": "ibpo", "seed": s, "rows": rows_of(s)} for s in (0, 1)]
+    panels = {f"panel {number}": runs if number else [] for number in range(count)}
+    report.overview(panels, tmp_path / "all.png", against)
+    assert matplotlib.image.imread(tmp_path / "all.png").shape[1] >= 1000
+
+
 def test_a_failed_write_keeps_the_old_picture_and_leaves_no_part_of_a_new_one(
     tmp_path, monkeypatch
 ):
@@ -197,6 +206,12 @@ def test_a_comparison_gives_means_with_the_range_of_seeds_or_the_interval_of_one
     assert "0.500 [0.404, 0.596]" in grpo and "200 + 50" in grpo
     assert "0.700 (0.600 to 0.800)" in ibpo and "300 + 50" in ibpo
     assert "7 to 40 (1 stopped early)" in ibpo
+
+
+def test_a_run_that_was_not_tested_has_no_accuracy_in_the_table():
+    untested = {"accuracy_before": None, "accuracy_after": None}
+    table = report.comparison_table([summary("grpo", 0, 0.5, **untested)])
+    assert [cell.strip() for cell in table.split("\n")[3].split("|")[4:6]] == ["-", "-"]
 
 
 # ---- text for the terminal ---------------------------------------------------------------------

@@ -155,9 +155,10 @@ def overview(panels, path, against):
     for axis, (title, runs) in zip(axes.flat, panels.items(), strict=False):
         for credit, (line, _) in _draw_accuracy(axis, runs, against).items():
             handles.setdefault(credit, line)
-        axis.set_title(title, parse_math=False)
-    figure.supxlabel(AXES[against], fontsize="medium")
-    figure.supylabel("validation accuracy, sampled", fontsize="medium")
+        axis.set_title(title if runs else f"{title}: no run yet", parse_math=False)
+        axis.set_xlabel(AXES[against])
+    for axis in axes[:, 0]:
+        axis.set_ylabel("validation accuracy, sampled")
     if handles:
         _add_legend(figure, list(handles.values()), "thin: one seed, thick: mean over seeds")
     _save(figure, path)
