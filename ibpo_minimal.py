@@ -248,12 +248,12 @@ class Credit:
             ("revision_rows", ("none", "plain")),
         ):
             need(getattr(self, name) in allowed, name, getattr(self, name), ", ".join(allowed))
-        cap, k = self.revised_failures_per_group, self.references
-        number = isinstance(cap, int) and cap >= 0
-        need(cap == "all" or number, "revised_failures_per_group", cap, "all, or 0 and more")
-        need(
-            (k > 0) == (cap != 0), "references", k, f"0 exactly when no failure is revised ({cap})"
-        )
+        cap, k, b = self.revised_failures_per_group, self.references, self.repair_bonus
+        count = isinstance(cap, int) and cap >= 0
+        need(cap == "all" or count, "revised_failures_per_group", cap, "all, or 0 and more")
+        none = f"0 exactly when no failure is revised (revised_failures_per_group = {cap})"
+        need(isinstance(k, int) and k >= 0 and (k > 0) == (cap != 0), "references", k, none)
+        need(0 <= b < math.inf, "repair_bonus", b, "0 and more")
         share = self.max_edit_fraction
         need(0 <= share <= 1, "max_edit_fraction", share, "0 to 1")
 
@@ -315,26 +315,31 @@ def credit_group(group, credit):
     revision row; counts for the metrics. A flat group (all shaped rewards equal) yields only zeros;
     `counts["flat"]` is then 1 and its rows take no part in the update.
     """
-    scored = [i for i, y in enumerate(group.trajectories) if y.reward is not None]
-    ys = {i: group.trajectories[i] for i in scored}
-    counts = Counter(unscored=len(group.trajectories) - len(scored))
-    for i, y in ys.items():
-        if not math.isfinite(y.reward):
+    samples = list(enumerate(group.trajectories)) + [(r.of, r.trajectory) for r in group.revisions]
+    for i, y in samples:
+        if y.reward is not None and not math.isfinite(y.reward):
             raise ValueError(f"sample {i} of {group.problem.prompt!r} has reward {y.reward}")
+    ys = {i: y for i, y in enumerate(group.trajectories) if y.reward is not None}
+    counts = Counter(unscored=sum(y.reward is None for _, y in samples))
 
     # (2), (3): shaping comes before centring.
-    revisions = {i: [r for r in group.revisions if r.of == i] for i in scored if not ys[i].solved}
-    phi = {i: 0.0 for i in scored}
-    for i, made in revisions.items():
-        if made:
-            phi[i] = sum(r.trajectory.solved for r in made) / len(made)
-    shaped = [ys[i].reward + credit.repair_bonus * phi[i] for i in scored]
+    phi = dict.fromkeys(ys, 0.0)
+    for i in (i for i, y in ys.items() if not y.solved):
+        made = [r.trajectory for r in group.revisions if r.of == i]
+        made = [y.solved for y in made if y.reward is not None]
+        phi[i] = sum(made) / max(1, len(made))
+    shaped = {i: y.reward + credit.repair_bonus * phi[i] for i, y in ys.items()}
 
+    # Where each repair differs from its attempt: marks on the attempt, marks on the repair.
     repairs = repairs_of(group)
+    changes = {i: differences(ys[i], revision.trajectory) for i, revision in repairs.items()}
+    counts.update(rewrites=sum(is_rewrite(marks, credit) for marks, _ in changes.values()))
     in_rows = repairs if credit.revision_rows == "plain" else {}
 
     # (4): the baseline of a group, in which repairs may count.
-    pool = shaped + [r.trajectory.reward for r in in_rows.values() if credit.rows_in_baseline]
+    pool = list(shaped.values())
+    if credit.rows_in_baseline:
+        pool += [revision.trajectory.reward for revision in in_rows.values()]
     flat = not pool or max(pool) == min(pool)
     mean = sum(pool) / max(1, len(pool))
     std = math.sqrt(sum((r - mean) ** 2 for r in pool) / max(1, len(pool) - 1))
@@ -343,23 +348,23 @@ def credit_group(group, credit):
         return 0.0 if flat else (reward - mean) / (std + 1e-4)
 
     rows = []
-    for i, reward in zip(scored, shaped, strict=True):  # (5)
-        y, a = ys[i], advantage(reward)
+    for i, y in ys.items():  # (5)
+        a = advantage(shaped[i])
         if not y.solved:
             counts.update(failures=1, would_be_positive=a > 0)
             if credit.clamp_failed:
                 a = min(a, 0.0)
-        mask = credit_mask(i, ys, repairs, credit, counts)
+        mask = credit_mask(i, ys, changes, credit, counts)
         advantages = [a * m for m in mask]
         rows.append(CreditedRow(group.prompt_ids, y.token_ids, y.logprobs, advantages))
     for i, revision in in_rows.items():  # (6)
         y = revision.trajectory
-        changed = changed_tokens(ys[i].token_ids, y.token_ids, ys[i].finished, y.finished)[1]
-        advantages = [advantage(y.reward) * (c or credit.uniform_rows) for c in changed]
+        a = advantage(y.reward)
+        advantages = [a * (changed or credit.uniform_rows) for changed in changes[i][1]]
         rows.append(CreditedRow(group.prompt_ids, y.token_ids, revision.plain_logprobs, advantages))
 
     solved = sum(y.solved for y in ys.values())
-    p, phis = solved / max(1, len(scored)), list(phi.values()) or [0.0]
+    p, phis = solved / max(1, len(ys)), list(phi.values()) or [0.0]
     mean_phi = sum(phis) / len(phis)
     counts.update(
         groups=1, flat=flat, all_wrong=solved == 0, solved=solved, rows=len(rows),
@@ -376,29 +381,33 @@ def credit_group(group, credit):
     return rows, counts
 
 
-def credit_mask(i, ys, repairs, credit, counts):
-    """Which tokens of trajectory i are credited: (5). `ys` and `repairs` are keyed by index."""
-    y, everything = ys[i], [True] * len(ys[i].token_ids)
+def differences(y, other):
+    """`changed_tokens` of two trajectories."""
+    return changed_tokens(y.token_ids, other.token_ids, y.finished, other.finished)
+
+
+def is_rewrite(mask, credit):
+    """Whether a counterfactual changes too much of a text to say where its mistake is."""
+    return sum(mask) > credit.max_edit_fraction * len(mask)
+
+
+def credit_mask(i, ys, changes, credit, counts):
+    """Which tokens of trajectory i are credited: (5).
+
+    ys: the scored trajectories; changes: where repairs differ from their attempts. Both by index.
+    """
+    y, mask, others = ys[i], None, []
     if y.solved:
-        if not credit.mask_solved:
-            return everything
-        others = [o for o in ys.values() if not o.solved]
-    else:
-        if not credit.mask_failed:
-            return everything
-        others = []
-        if credit.counterfactuals in ("revisions", "both") and i in repairs:
-            others = [repairs[i].trajectory]
-        elif credit.counterfactuals in ("siblings", "both"):
-            others = [o for o in ys.values() if o.solved]
-    if not others:
-        return everything  # nothing to compare with: as in GRPO
-    other = others[closest(y, others)]
-    mask = changed_tokens(y.token_ids, other.token_ids, y.finished, other.finished)[0]
-    rewrite = sum(mask) > credit.max_edit_fraction * len(mask)
-    counts.update(rewrites=rewrite)
-    if rewrite:
-        return everything
+        others = [o for o in ys.values() if credit.mask_solved and not o.solved]
+    elif credit.mask_failed and credit.counterfactuals in ("revisions", "both") and i in changes:
+        mask = changes[i][0]
+    elif credit.mask_failed and credit.counterfactuals in ("siblings", "both"):
+        others = [o for o in ys.values() if o.solved]
+    if others:
+        mask = differences(y, others[closest(y, others)])[0]
+        counts.update(rewrites=is_rewrite(mask, credit))
+    if mask is None or is_rewrite(mask, credit):
+        return [True] * len(y.token_ids)  # nothing to compare with: as in GRPO
     counts.update(masked=1, edited_fraction=sum(mask) / max(1, len(mask)))
     return mask
 

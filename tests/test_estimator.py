@@ -93,6 +93,13 @@ def test_shaping_adds_bonus_times_the_mean_of_solved_revisions_before_centring()
     assert found == pytest.approx([1.44102, -0.48034, -0.14128, -0.81940], abs=1e-5)
 
 
+def test_a_solved_text_has_no_repair_score_and_no_repair_row():
+    # should a caller revise one: phi = 0 and R' = 1, 0, mean 0.5, std 0.70711, as without
+    ys, repairs = [text(RIGHT, 1.0), text(WRONG)], [(0, text([1, 5, 4, END], 1.0))]
+    found = first_of(advantages(CREDITS["ibpo"], ys, repairs))
+    assert found == pytest.approx([0.70701, -0.70701], abs=1e-5)
+
+
 def test_a_repair_that_was_cut_off_or_is_almost_right_does_not_count_as_solved():
     ys = [text(RIGHT, 1.0), text(WRONG), text(WRONG)]
     repairs = [(1, text([1, 5, 3], 1.0)), (2, text(RIGHT, 0.99))]
@@ -729,7 +736,7 @@ def test_there_is_no_preset_outside_the_table():
 
 
 def test_switches_change_a_preset_and_nothing_else():
-    given = "references = 2, mask_solved=TRUE,repair_bonus=0.5,revised_failures_per_group=4"
+    given = "references = 2, mask_solved=true,repair_bonus=0.5,revised_failures_per_group=4"
     found = credit_of(Config(credit="ibpo", switches=given))
     assert found == Credit(
         "revisions", 2, 4, repair_bonus=0.5, clamp_failed=True, mask_failed=True,
@@ -747,48 +754,74 @@ def test_every_preset_passes_the_check(name):
 
 
 @pytest.mark.parametrize(
-    "changes, value, allowed",
+    "changes, name, value",
     [
-        ({"group_size": 1}, "group_size = 1", "at least 2"),
-        ({"problems_per_step": 0}, "problems_per_step = 0", "at least 1"),
-        ({"minibatches": 9, "problems_per_step": 8}, "minibatches = 9", "<= problems_per_step"),
-        ({"temperature": 0.0}, "temperature = 0.0", "positive"),
-        ({"temperature": math.nan}, "temperature = nan", "positive"),
-        ({"learning_rate": math.inf}, "learning_rate = inf", "positive"),
-        ({"clip_low": 1.1}, "clip_low = 1.1", "low < 1 < high"),
-        ({"clip_high": 0.9}, "clip_high = 0.9", "low < 1 < high"),
-        ({"max_new_tokens": 0}, "max_new_tokens = 0", "at least 1"),
-        ({"credit": "gpro"}, "'gpro'", "grpo, ibpo-shaping"),
-        ({"objective": "ppo"}, "'ppo'", "dapo, gspo"),
-        ({"credit": "ibpo", "group_size": 2}, "references = 3", "at most group_size = 2"),
-        ({"credit": "shuffled", "problems_per_step": 1, "minibatches": 1}, "= 1", "at least 2"),
-        ({"switches": "mask_faild=true"}, "'mask_faild'", "mask_failed"),
-        ({"switches": "mask_failed=maybe"}, "mask_failed = 'maybe'", "False"),
-        ({"switches": "mask_failed"}, "mask_failed = ''", "False"),
-        ({"switches": "counterfactuals=brothers"}, "'brothers'", "none, revisions, siblings, both"),
-        ({"switches": "reference_from=gold"}, "'gold'", "sibling, other_problem, resample"),
-        ({"switches": "revision_rows=all"}, "'all'", "none, plain"),
-        ({"switches": "revised_failures_per_group=-1"}, "-1", "0 and more"),
-        ({"switches": "revised_failures_per_group=few"}, "'few'", ""),
-        ({"switches": "references=0"}, "references = 0", "both at least 1"),
-        ({"switches": "references=-1"}, "references = -1", "both at least 1"),
-        ({"switches": "references=2.5"}, "'2.5'", ""),
-        ({"switches": "references=all"}, "all", ""),
-        ({"switches": "max_edit_fraction=1.5"}, "max_edit_fraction = 1.5", "0 to 1"),
-        ({"switches": "max_edit_fraction=nan"}, "max_edit_fraction = nan", "0 to 1"),
-        ({"switches": "max_edit_fraction=all"}, "all", ""),
-        ({"switches": "repair_bonus=much"}, "repair_bonus = 'much'", ""),
-        ({"switches": "repair_bonus=all"}, "all", ""),
-        ({"switches": "repair_bonus=nan"}, "nan", ""),
-        ({"switches": "repair_bonus=inf"}, "inf", ""),
+        ({"group_size": 1}, "group_size", "1"),
+        ({"problems_per_step": 0}, "problems_per_step", "0"),
+        ({"minibatches": 9, "problems_per_step": 8}, "minibatches", "9"),
+        ({"minibatches": 0}, "minibatches", "0"),
+        ({"microbatch_tokens": 0}, "microbatch_tokens", "0"),
+        ({"temperature": 0.0}, "temperature", "0.0"),
+        ({"temperature": math.nan}, "temperature", "nan"),
+        ({"learning_rate": math.inf}, "learning_rate", "inf"),
+        ({"clip_low": 1.1}, "clip_low", "1.1"),
+        ({"clip_high": 0.9}, "clip_high", "0.9"),
+        ({"max_new_tokens": 0}, "max_new_tokens", "0"),
+        ({"credit": "gpro"}, "credit", "gpro"),
+        ({"objective": "ppo"}, "objective", "ppo"),
+        ({"credit": "ibpo", "group_size": 2}, "references", "3"),
+        (
+            {"credit": "shuffled", "problems_per_step": 1, "minibatches": 1},
+            "problems_per_step",
+            "1",
+        ),
+        ({"switches": "mask_faild=true"}, "mask_failed", "mask_faild"),
+        ({"switches": "mask_failed=maybe"}, "mask_failed", "maybe"),
+        ({"switches": "mask_failed"}, "mask_failed", "''"),
+        ({"switches": "counterfactuals=brothers"}, "counterfactuals", "brothers"),
+        ({"switches": "reference_from=gold"}, "reference_from", "gold"),
+        ({"switches": "revision_rows=all"}, "revision_rows", "all"),
+        ({"switches": "revised_failures_per_group=-1"}, "revised_failures_per_group", "-1"),
+        ({"switches": "revised_failures_per_group=few"}, "revised_failures_per_group", "few"),
+        ({"switches": "references=0"}, "references", "0"),
+        ({"switches": "references=-1"}, "references", "-1"),
+        ({"switches": "references=-1", "credit": "grpo"}, "references", "-1"),
+        ({"switches": "references=2", "credit": "grpo"}, "references", "2"),
+        ({"switches": "references=2.5"}, "references", "2.5"),
+        ({"switches": "references=all"}, "references", "all"),
+        ({"switches": "max_edit_fraction=1.5"}, "max_edit_fraction", "1.5"),
+        ({"switches": "max_edit_fraction=nan"}, "max_edit_fraction", "nan"),
+        ({"switches": "max_edit_fraction=all"}, "max_edit_fraction", "all"),
+        ({"switches": "repair_bonus=much"}, "repair_bonus", "much"),
+        ({"switches": "repair_bonus=all"}, "repair_bonus", "all"),
+        ({"switches": "repair_bonus=nan"}, "repair_bonus", "nan"),
+        ({"switches": "repair_bonus=inf"}, "repair_bonus", "inf"),
     ],
 )
-def test_a_wrong_value_is_refused_in_one_line_with_what_is_allowed(changes, value, allowed):
+def test_a_wrong_value_is_refused_in_one_line_with_its_name_and_what_is_allowed(
+    changes, name, value
+):
     with pytest.raises(ValueError) as error:
         Config(**changes).check()
-    message = str(error.value)
-    assert "\n" not in message and value in message and "allowed" in message
-    assert allowed in message
+    message, _, allowed = str(error.value).partition("allowed: ")
+    assert "\n" not in str(error.value) and allowed
+    assert name in str(error.value) and value in message
+
+
+@pytest.mark.parametrize(
+    "changes, choices",
+    [
+        ({"credit": "gpro"}, list(CREDITS)),
+        ({"objective": "ppo"}, list(ibpo_minimal.OBJECTIVES)),
+        ({"switches": "counterfactuals=x"}, ["none", "revisions", "siblings", "both"]),
+        ({"switches": "reference_from=x"}, ["sibling", "other_problem", "resample"]),
+        ({"switches": "revision_rows=x"}, ["none", "plain"]),
+    ],
+)
+def test_a_wrong_choice_is_refused_with_every_right_one(changes, choices):
+    with pytest.raises(ValueError) as error:
+        Config(**changes).check()
+    assert all(choice in str(error.value).partition("allowed: ")[2] for choice in choices)
 
 
 # ---- Pairing: which failures are revised, and what they are shown --------------------------------

@@ -52,9 +52,12 @@ def with_switches(preset, text):
             need(value in ("true", "false"), name, value, "true, false")
             changes[name] = value == "true"
         else:  # numbers as numbers, so that a cap may be "all" or 2
-            number = re.fullmatch(r"-?\d+(\.\d+)?", value)
-            need(number or kind is not float, name, value, "a number")
-            changes[name] = (float(value) if number[1] else int(value)) if number else value
+            whole = re.fullmatch(r"-?\d+", value)
+            try:
+                changes[name] = int(value) if whole else float(value)
+            except ValueError:
+                need(kind is str or (kind is int and value == "all"), name, value, "a number")
+                changes[name] = value
     return dataclasses.replace(preset, **changes)
 
 
