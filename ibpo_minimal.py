@@ -73,7 +73,7 @@ class Config:
     group_size: int = 8  # G, attempts at each problem
     temperature: float = 1.0  # of sampling; log-probabilities are divided by the same
     max_new_tokens: int | None = None  # length limit of a completion; default: the task's own
-    learning_rate: float = 1e-4  # of AdamW, constant after `warmup` steps
+    learning_rate: float = 2e-4  # of AdamW, constant after `warmup` steps
     warmup: int = 3  # steps over which the learning rate rises
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
     minibatches: int = 2  # updates a rollout; each holds whole groups

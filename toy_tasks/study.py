@@ -47,14 +47,14 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("carry_chain", 5, 40),
-    Setting("carry_chain", 7, 60),
-    Setting("carry_chain", 9, 80),
-    Setting("worksheet", 4, 60),
+    Setting("carry_chain", 5, 30),
+    Setting("carry_chain", 7, 40),
+    Setting("carry_chain", 9, 60),
+    Setting("worksheet", 4, 40),
 )
 CREDITS = ("grpo", "ibpo", "ibpo-lean", "repair-rows", "resample", "shuffled")
 BASELINE = "grpo"
-LEARNING_RATES = (5e-5, 1e-4, 2e-4)
+LEARNING_RATES = (1e-4, 2e-4, 4e-4)
 GRID_SEEDS = (10, 11)  # for the choice of the learning rate only
 SEEDS = (0, 1, 2, 3, 4)
 THRESHOLD = 0.5
