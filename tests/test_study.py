@@ -244,15 +244,15 @@ def test_an_interrupted_study_stops_its_runs_once_and_leaves_valid_results(tmp_p
 def test_the_rate_is_chosen_by_the_area_under_the_sampled_validation_curve_of_the_grid(tmp_path):
     study = Study(tmp_path, [SETTING], ["grpo"], [0])
     for cell in study.grid(SETTING, "grpo"):
-        slow = {5e-5: [0.1, 0.5, 0.6], 1e-4: [0.1, 0.0, 0.9], 2e-4: [0.1, 0.1, 0.1]}
+        slow = {1e-4: [0.1, 0.5, 0.6], 2e-4: [0.1, 0.0, 0.9], 4e-4: [0.1, 0.1, 0.1]}
         lures = {"validation/greedy": cell.learning_rate, "reward/mean": cell.learning_rate}
         after = {"sampled": cell.learning_rate, "greedy": cell.learning_rate}
         write_run(study, cell, slow[cell.learning_rate], after, **lures)
-    assert study.learning_rate(SETTING, "grpo") == 5e-5
-    assert study.scores(SETTING, "grpo")[5e-5] == pytest.approx(0.4)
+    assert study.learning_rate(SETTING, "grpo") == 1e-4
+    assert study.scores(SETTING, "grpo")[1e-4] == pytest.approx(0.4)
     (cell,) = study.final(SETTING, "grpo")
     write_run(study, cell, [0.0, 0.0, 0.0], {"sampled": 0.0, "greedy": 0.0})
-    assert study.learning_rate(SETTING, "grpo") == 5e-5
+    assert study.learning_rate(SETTING, "grpo") == 1e-4
 
 
 def test_no_rate_is_chosen_from_an_incomplete_grid_and_ties_go_to_the_lowest(tmp_path):
@@ -262,7 +262,7 @@ def test_no_rate_is_chosen_from_an_incomplete_grid_and_ties_go_to_the_lowest(tmp
         write_run(study, cell, [0.1, 0.5])
     assert study.learning_rate(SETTING, "grpo") is None and study.final(SETTING, "grpo") == []
     write_run(study, last, [0.1, 0.5])
-    assert study.learning_rate(SETTING, "grpo") == 5e-5
+    assert study.learning_rate(SETTING, "grpo") == 1e-4
 
 
 def test_the_grid_sees_no_test_problem_and_shares_no_seed_with_the_results(capsys):
