@@ -105,12 +105,12 @@ def test_a_cache_that_cannot_be_written_costs_only_the_cache(cache, capsys):
 # ---- the shipped policy --------------------------------------------------------------------------
 
 
-def test_the_shipped_policy_was_made_by_the_recipe_as_it_is_and_is_small():
-    task = make_task("carry_chain")
-    about = json.loads((policy.SHIPPED / "carry_chain/warm_start.json").read_text())
-    assert about["key"] == policy.fingerprint(task, policy.Recipe())
-    files = (policy.SHIPPED / "carry_chain").iterdir()
-    assert sum(path.stat().st_size for path in files) <= 4 * 2**20
+@pytest.mark.parametrize("name", ["carry_chain", "worksheet"])
+def test_a_shipped_policy_was_made_by_the_recipe_as_it_is_and_is_small(name):
+    folder = policy.SHIPPED / name
+    about = json.loads((folder / "warm_start.json").read_text())
+    assert about["key"] == policy.fingerprint(make_task(name), policy.Recipe())
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4 * 2**20
 
 
 @pytest.fixture(scope="module")
