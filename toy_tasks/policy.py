@@ -4,8 +4,8 @@ A warm start stands in for pretraining. It imitates a student who solves problem
 corrects attempts better than he writes them, because he compares (`carry_chain.py`). IBPO lives on
 that gap; here it is taught, and the README says so. `python -m toy_tasks.policy` measures it.
 
-One policy serves a range of difficulties of its task. Those of carry_chain and worksheet ship with the project;
-others are trained on first use and kept in the user's cache folder.
+One policy serves a range of difficulties of its task. Those of carry_chain and worksheet ship with
+the project; others are trained on first use and kept in the user's cache folder.
 """
 
 import argparse
