@@ -197,11 +197,11 @@ def test_metrics_are_finite_and_add_up(compared):
 @pytest.mark.smollm
 def test_a_pretrained_chat_model_trains_for_a_few_steps(tmp_path):
     path = os.environ["SMOLLM"]  # the .gguf file
-    options = SMALL | {"difficulty": 2, "group_size": 2, "problems_per_step": 2, "test_problems": 2}
-    result = run(
-        **options, model=path, credit="ibpo-lean", eval_every=0, learning_rate=1e-5,
-        max_new_tokens=24, output_dir=tmp_path,
-    )  # fmt: skip
+    options = SMALL | {
+        "model": path, "credit": "ibpo-lean", "difficulty": 2, "group_size": 2, "eval_every": 0,
+        "test_problems": 2, "learning_rate": 1e-5, "max_new_tokens": 24, "output_dir": tmp_path,
+    }  # fmt: skip
+    result = run(**options)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum(row.get("revisions/made", 0) for row in rows) > 0
