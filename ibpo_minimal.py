@@ -363,22 +363,28 @@ def credit_group(group, credit):
         advantages = [a * (changed or credit.uniform_rows) for changed in changes[i][1]]
         rows.append(CreditedRow(group.prompt_ids, y.token_ids, revision.plain_logprobs, advantages))
 
+    counts.update(group_counts(group, ys, phi, credit.repair_bonus))
+    counts.update(groups=1, flat=flat, rows=len(rows), revision_rows=len(in_rows))
+    return rows, counts
+
+
+def group_counts(group, ys, phi, bonus):
+    """What the metrics count of a group: attempts `ys` and repair scores `phi` by index, revisions."""
     solved = sum(y.solved for y in ys.values())
     p, phis = solved / max(1, len(ys)), list(phi.values()) or [0.0]
     mean_phi = sum(phis) / len(phis)
-    counts.update(
-        groups=1, flat=flat, all_wrong=solved == 0, solved=solved, rows=len(rows),
-        revision_rows=len(in_rows), revisions=len(group.revisions),
-        revisions_solved=sum(r.trajectory.solved for r in group.revisions),
-        revisions_same=sum(
-            r.trajectory.token_ids == group.trajectories[r.of].token_ids for r in group.revisions
-        ),
-        revisions_unparsable=sum(not r.trajectory.parsed for r in group.revisions),
+    made = [(group.trajectories[r.of], r.trajectory) for r in group.revisions]
+    return {
+        "solved": solved,
+        "all_wrong": solved == 0,
+        "revisions": len(made),
+        "revisions_solved": sum(yhat.solved for _, yhat in made),
+        "revisions_same": sum(y.token_ids == yhat.token_ids for y, yhat in made),
+        "revisions_unparsable": sum(not yhat.parsed for _, yhat in made),
         # Var(R + b phi) < Var(R) iff left < right (binary R, population moments of one prompt).
-        variance_left=credit.repair_bonus * sum((f - mean_phi) ** 2 for f in phis) / len(phis),
-        variance_right=2 * p * mean_phi,
-    )  # fmt: skip
-    return rows, counts
+        "variance_left": bonus * sum((f - mean_phi) ** 2 for f in phis) / len(phis),
+        "variance_right": 2 * p * mean_phi,
+    }
 
 
 def differences(y, other):
