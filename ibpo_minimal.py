@@ -369,7 +369,7 @@ def credit_group(group, credit):
 
 
 def group_counts(group, ys, phi, bonus):
-    """What the metrics count of a group: attempts `ys` and repair scores `phi` by index, revisions."""
+    """What the metrics count of a group; `ys` and `phi`: its scored attempts and repair scores."""
     solved = sum(y.solved for y in ys.values())
     p, phis = solved / max(1, len(ys)), list(phi.values()) or [0.0]
     mean_phi = sum(phis) / len(phis)
